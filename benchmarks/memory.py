@@ -35,10 +35,9 @@ from labcore.memory import (
     accumulation,
     distill,
     experts,
-    offload,
+    offload_runs,
     pipeline,
     precision,
-    quantize,
     zero,
 )
 from labcore.memory.accounting.shapes import parameter_shapes
@@ -55,7 +54,9 @@ from labcore.memory.model import (
     held_out_rows,
 )
 from labcore.memory.precision import RECIPES
-from labcore.memory.quantize import INT4
+from labcore.memory.quantization import conversion
+from labcore.memory.quantization.scheme import INT4
+from labcore.memory.quantization.torchao import Torchao
 from labcore.memory.trials import LEARNING_RATE
 from labcore.models import Llama, LlamaConfig, next_token_loss, train
 from labcore.models.llama import causal_attention
@@ -654,11 +655,11 @@ def price_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
 OFFLOADS = {"disk": False, "disk, ahead": True}
 
 
-def offloaded_run(seed: int, name: str, **settings: Any) -> offload.OffloadRun:
+def offloaded_run(seed: int, name: str, **settings: Any) -> offload_runs.OffloadRun:
     """Train plainly, or with the layers on disk."""
     tier = None if name == "plain" else memory.Disk()
     ahead = OFFLOADS.get(name, False)
-    return offload.offload_run(seed, tier=tier, prefetch=ahead, **settings)
+    return offload_runs.offload_run(seed, tier=tier, prefetch=ahead, **settings)
 
 
 @case("bytes/offload", minutes=0.2)
@@ -668,7 +669,7 @@ def bytes_of_offload(sizes: Sizes = FULL) -> list[Measurement]:
     The prediction is for two layers at a time.
     """
 
-    def run(name: str) -> offload.OffloadRun:
+    def run(name: str) -> offload_runs.OffloadRun:
         return offloaded_run(0, name, steps=2, **sizes.small)
 
     told_plain = resting(memory.estimate(CONFIG, moment="step", **sizes.small))
@@ -692,12 +693,12 @@ def price_of_offload(sizes: Sizes = FULL) -> list[Measurement]:
 
 
 # Quantization and distillation -------------------------------------------------------------------
-SCHEMES: Mapping[str, memory.Scheme | quantize.Torchao] = {
+SCHEMES: Mapping[str, memory.Scheme | Torchao] = {
     "int8": memory.INT8,
     "int4": memory.INT4,
-    "torchao int8": quantize.Torchao(),
-    "torchao int8 dynamic": quantize.Torchao(method="int8 dynamic"),
-    "torchao int4": quantize.Torchao(method="int4"),
+    "torchao int8": Torchao(),
+    "torchao int8 dynamic": Torchao(method="int8 dynamic"),
+    "torchao int4": Torchao(method="int4"),
 }
 
 
@@ -727,13 +728,13 @@ def inference_peak(model: Llama, batch: int, length: int) -> int:
 def bytes_of_quantization(sizes: Sizes = FULL) -> list[Measurement]:
     """Bytes of the parameters, and the peak of a forward; embedding and norms stay in float32."""
     model = fresh(0).requires_grad_(False)
-    stored = Breakdown(parameters=quantize.stored_bytes(model))
-    reference = stored, quantize.quantized_bytes(CONFIG, None)
+    stored = Breakdown(parameters=conversion.stored_bytes(model))
+    reference = stored, conversion.quantized_bytes(CONFIG, None)
     plain_forward = inference_peak(model, **sizes.big)
     found = []
     for name, tried in every_scheme(model).items():
-        stored = Breakdown(parameters=quantize.stored_bytes(tried))
-        predicted = quantize.quantized_bytes(CONFIG, SCHEMES[name])
+        stored = Breakdown(parameters=conversion.stored_bytes(tried))
+        predicted = conversion.quantized_bytes(CONFIG, SCHEMES[name])
         found += against(name, stored, predicted, reference, of="parameters")
         ratio = inference_peak(tried, **sizes.big) / plain_forward
         found.append(exact(f"forward peak over plain/{name}", "ratio", ratio, **sizes.big))
@@ -791,7 +792,7 @@ def bytes_of_distillation(sizes: Sizes = FULL) -> list[Measurement]:
     for name, settings in TAUGHT.items():
         peak = metered(student_way(0, sizes=sizes, **settings, **big)).peak
         found += against(name, peak, predicted[name], plain(**big), **big)
-    small, large = (quantize.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
+    small, large = (conversion.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
     return [*found, exact("parameters, student over teacher", "ratio", small / large)]
 
 

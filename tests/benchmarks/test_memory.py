@@ -19,7 +19,7 @@ from tests.benchmarks.measurements import asked, by_quantity
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out text is longer than all the training here."""
-    for module in (cases, memory.offload):
+    for module in (cases, memory.offload_runs):
         monkeypatch.setattr(module, "held_out_loss", short_loss)
 
 

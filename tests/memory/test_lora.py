@@ -6,7 +6,7 @@ import torch
 from labcore.memory import INT4, Meter
 from labcore.memory.lora import PROJECTIONS, LoRALinear, add_lora, merge_lora
 from labcore.memory.model import CONFIG, batches, fresh
-from labcore.memory.quantize import QuantizedLinear
+from labcore.memory.quantization.scheme import QuantizedLinear
 from labcore.models import next_token_loss
 
 

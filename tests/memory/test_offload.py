@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from labcore.memory import Disk, Host, Offload, offloaded
-from labcore.memory.model import CONFIG, held_out_rows
-from labcore.memory.offload import offload_run
-from labcore.models import Llama, LlamaConfig, next_token_loss, train, windows
+from labcore.models import Llama, LlamaConfig, train, windows
 from tests.memory.steps import AWKWARD, OPTIMIZERS, Stretch
 
 GROUPED = LlamaConfig(**AWKWARD["grouped"])
@@ -180,20 +178,6 @@ def test_two_blocks_are_above_and_the_prediction_is_exact(seed: int) -> None:
         assert offload.held.parameters == rest and offload.held.optimizer == 0
     assert offload.peak == offloaded(GROUPED)
     assert offload.held.parameters == rest + 3 * size
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "adafactor", "sm3", "adamw8bit"])
-@pytest.mark.parametrize("layers", [1, 4])
-def test_the_prediction_is_exact_for(optimizer: str, layers: int) -> None:
-    shape = LlamaConfig(**{**AWKWARD["biased"], "num_hidden_layers": layers})
-    model = Llama(shape)
-    tokens = torch.randint(700, (1, 5))
-    with Offload(model, model.layers, OPTIMIZERS[optimizer], Host()) as offload:
-        for _ in range(2):
-            offload.zero_grad()
-            model(tokens).logits.square().mean().backward()
-            offload.step()
-    assert offload.peak == offloaded(shape, optimizer=optimizer)
 
 
 def test_the_next_block_comes_while_this_one_computes() -> None:
@@ -368,19 +352,3 @@ def test_what_does_not_fit_is_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="is used once"):
         offload.__enter__()
-
-
-def test_the_experiment_measures_the_topic_s_model(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_row(model: Llama) -> float:
-        return next_token_loss(model, held_out_rows(1))[0].item()
-
-    monkeypatch.setattr("labcore.memory.offload.held_out_loss", one_row)
-    plain, below = (
-        offload_run(seed, steps=2, batch=1, length=8, tier=tier) for tier in (None, Disk())
-    )
-    assert plain.losses == below.losses and plain.held_out == below.held_out
-    assert below.peak == offloaded(CONFIG)
-    assert plain.peak.parameters == 2_016_960 * 4 and plain.traffic.read == 0
-    assert below.peak.total < 0.7 * plain.peak.total

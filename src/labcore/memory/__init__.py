@@ -8,9 +8,11 @@ from labcore.memory.checkpointing import set_checkpointing
 from labcore.memory.distill import distillation_loss
 from labcore.memory.experts import SwitchMLP, balance_loss, with_experts
 from labcore.memory.linear_loss import linear_cross_entropy
-from labcore.memory.offload import Offload, offloaded
+from labcore.memory.offload import Offload
+from labcore.memory.offload_runs import offloaded
 from labcore.memory.pipeline import Stage, train_stage
-from labcore.memory.quantize import INT4, INT8, QuantizedLinear, Scheme, convert
+from labcore.memory.quantization.conversion import convert
+from labcore.memory.quantization.scheme import INT4, INT8, QuantizedLinear, Scheme
 from labcore.memory.shards.loading import RecordFiles
 from labcore.memory.tiers import Disk, Host
 from labcore.memory.zero import divide

@@ -2,7 +2,7 @@
 
 Sources: Hu et al., 2021, arXiv 2106.09685; Dettmers et al., 2023, arXiv 2305.14314, whose 4-bit
 codes are quantiles of a normal distribution and whose scales are quantized again. Ours are
-`quantize.INT4`.
+`memory.INT4`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from labcore.checks import positive_int
-from labcore.memory.quantize import QuantizedLinear, Scheme
+from labcore.memory.quantization.scheme import QuantizedLinear, Scheme
 
 __all__ = ["PROJECTIONS", "LoRALinear", "add_lora", "merge_lora"]
 

@@ -16,7 +16,7 @@ from labcore.memory import (
     set_checkpointing,
 )
 from labcore.memory.accumulation import split_rows
-from labcore.memory.quantize import QuantizedLinear, Scheme
+from labcore.memory.quantization.scheme import QuantizedLinear, Scheme
 from labcore.models import Llama, LlamaConfig
 from tests.memory.steps import Adapted, adapt, config, model, train_step
 

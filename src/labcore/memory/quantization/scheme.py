@@ -1,53 +1,25 @@
 """Weights in eight or four bits: each weight becomes a code, and each row or group shares a scale.
 
 A weight-only layer stores codes and rounds nothing else: it multiplies with the dequantized
-weights, which exist for one layer at a time. `Scheme` is the implementation to read, `Torchao` the
-library to use; `convert` takes either.
+weights, which exist for one layer at a time. `Scheme` is the implementation to read.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from labcore.checks import finite, floating, one_of, positive_int
-from labcore.memory.accounting.breakdown import Breakdown
-from labcore.memory.accounting.shapes import parameter_shapes
-from labcore.memory.model import held_out_loss, held_out_rows
-from labcore.models.config import LlamaConfig
-from labcore.models.llama import Llama
-from labcore.timing import Timing, measure
 
-__all__ = [
-    "INT4",
-    "INT8",
-    "Quantized",
-    "QuantizedLinear",
-    "QuantizedPrice",
-    "Scheme",
-    "Torchao",
-    "convert",
-    "pack",
-    "quantize",
-    "quantized_bytes",
-    "quantized_price",
-    "stored_bytes",
-    "unpack",
-]
+__all__ = ["INT4", "INT8", "Quantized", "QuantizedLinear", "Scheme", "pack", "quantize", "unpack"]
 
 SCALE = 4  # bytes: scales and lows are float32
-TIMED_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,192 +213,3 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return what `print` shows for the layer."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
-
-
-TORCHAO_GROUPS, TORCHAO_ROWS = (32, 64, 128), 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Torchao:
-    """torchao's quantization, the library to use in practice.
-
-    method: "int8" stores weights in 8 bits, symmetric per row. "int8 dynamic" also rounds each
-    token's activations to 8 bits and multiplies integers, with one bit less where the CPU's 8-bit
-    products would overflow (no VNNI). "int4" stores weights in 4 bits per group, as `INT4` does.
-    group_size: for "int4", 32, 64 or 128.
-
-    "int4" is torchao's prototype for CPUs, on torch's own kernel. The other int4 forms of torchao
-    0.18 need a GPU or another library, and `IntxWeightOnlyConfig` spends a whole byte on a 4-bit
-    code.
-    """
-
-    method: str = "int8"
-    group_size: int = 32
-
-    def __post_init__(self) -> None:
-        one_of("method", self.method, ("int8", "int8 dynamic", "int4"))
-        one_of("group_size", self.group_size, TORCHAO_GROUPS)
-
-    def bytes(self, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the bytes that torchao stores for a weight [outputs, inputs] of `dtype`.
-
-        Raises ValueError for a shape that torchao would refuse.
-        """
-        self._fit("weight", outputs, inputs)
-        if self.method == "int4":  # scale and zero in the weight's dtype
-            groups = outputs * (inputs // self.group_size)
-            return outputs * inputs // 2 + groups * 2 * dtype.itemsize
-        return outputs * inputs + outputs * (SCALE + 1)  # a float32 scale and an int8 zero
-
-    def check(self, name: str, weight: Tensor) -> None:
-        """Raise ValueError for a weight [O, I] that torchao would refuse or silently skip."""
-        self._fit(name, *weight.shape)
-        if self.method == "int4" and weight.device.type != "cpu":
-            raise ValueError(
-                f"torchao's int4 runs on a CPU here, got {name} on {weight.device}; move the model"
-            )
-
-    def _fit(self, name: str, outputs: int, inputs: int) -> None:
-        if self.method == "int4" and (inputs % self.group_size or outputs % TORCHAO_ROWS):
-            raise ValueError(
-                f"torchao's int4 needs a multiple of {self.group_size} inputs (group_size) and a "
-                f"multiple of {TORCHAO_ROWS} outputs, got {(outputs, inputs)} for {name}; "
-                "choose another group_size or keep that layer"
-            )
-
-    def apply(self, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
-        """Replace each layer's weight by a torchao tensor."""
-        library = _torchao()
-        if self.method == "int4":
-            from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-            settings = PrototypeInt4WeightOnlyConfig(
-                group_size=self.group_size, set_inductor_config=False
-            )
-        elif self.method == "int8":
-            settings = library.Int8WeightOnlyConfig(set_inductor_config=False)
-        else:
-            from torchao.utils import should_reduce_range
-
-            device = next(iter(linears.values())).weight.device
-            settings = library.Int8DynamicActivationInt8WeightConfig(
-                set_inductor_config=False, reduce_range=should_reduce_range(device)
-            )
-        library.quantize_(model, settings, filter_fn=lambda _, name: name in linears)
-
-
-def _torchao() -> ModuleType:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # on a CPU it warns that GPU libraries don't load
-    try:
-        import torchao.quantization
-    except ImportError as missing:
-        raise RuntimeError(
-            "Torchao needs torchao, which is not installed; run pip install 'torchao>=0.18,<0.19', "
-            "or convert with a Scheme"
-        ) from missing
-    finally:
-        logging.disable(before)
-    return torchao.quantization
-
-
-def convert(model: nn.Module, scheme: Scheme | Torchao, *, keep: Collection[str] = ()) -> None:
-    """Quantize the weight of every nn.Linear in `model`, in place, one layer at a time.
-
-    keep: names of layers to leave as they are, such as "lm_head". Embeddings and norms also stay. A
-    `Scheme` replaces the layer by a `QuantizedLinear`, `Torchao` replaces its weight by a torchao
-    tensor; neither is trainable.
-    Raises ValueError, before changing anything, for a layer that doesn't fit the scheme or isn't
-    finite, a name that isn't a layer, or a model without layers to quantize; RuntimeError if
-    torchao isn't installed.
-    """
-    linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
-    linears = {name: linears[name] for name in _chosen(linears, keep)}
-    for name, linear in linears.items():
-        finite(f"{name}.weight", linear.weight.float())
-        scheme.check(name, linear.weight)
-    scheme.apply(model, linears)
-
-
-def _chosen(names: Collection[str], keep: Collection[str]) -> list[str]:
-    if unknown := sorted(set(keep) - set(names)):
-        raise ValueError(f"keep must name linear layers of the model, got {unknown}")
-    chosen = [name for name in names if name not in keep]
-    if not chosen:
-        raise ValueError("convert needs a layer of type nn.Linear that is not kept, got none")
-    return chosen
-
-
-def quantized_bytes(
-    config: LlamaConfig,
-    scheme: Scheme | Torchao | None,
-    *,
-    keep: Collection[str] = (),
-    dtype: torch.dtype = torch.float32,
-) -> Breakdown:
-    """Return the parameter bytes of `Llama(config)` in `dtype` after `convert`; None: before it."""
-    shapes = parameter_shapes(config)
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    linears = [
-        name.removesuffix(".weight")
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name != "embed_tokens.weight"
-    ]
-    if scheme is not None:
-        for name in _chosen(linears, keep):
-            outputs, inputs = shapes[f"{name}.weight"]
-            if isinstance(scheme, Scheme):
-                sizes[f"{name}.weight"] = scheme.bytes(outputs, inputs)
-            else:
-                sizes[f"{name}.weight"] = scheme.bytes(outputs, inputs, dtype)
-    return Breakdown(parameters=sum(sizes.values()))
-
-
-def stored_bytes(model: nn.Module) -> int:
-    """Return the bytes of the distinct storages of parameters and buffers, torchao's included."""
-    waiting: list[Tensor] = [*model.parameters(), *model.buffers()]
-    found: dict[int, int] = {}
-    while waiting:
-        tensor = waiting.pop()
-        if is_traceable_wrapper_subclass(tensor):
-            waiting += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        else:
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedPrice:
-    """What a scheme saves and costs.
-
-    predicted, stored: bytes of the parameters. loss: held out, in nats per byte.
-    seconds: per forward over 8 rows of 256 bytes.
-    """
-
-    predicted: int
-    stored: int
-    loss: float
-    seconds: Timing
-
-
-@torch.no_grad()
-def quantized_price(
-    model: Llama,
-    scheme: Scheme | Torchao | None,
-    *,
-    keep: Collection[str] = (),
-    repeats: int = 5,
-) -> QuantizedPrice:
-    """Measure bytes, loss and time of a copy of `model` after `convert`; None: unquantized."""
-    tried = copy.deepcopy(model)
-    if scheme is not None:
-        convert(tried, scheme, keep=keep)
-    embedding = model.embed_tokens.weight
-    rows = held_out_rows(TIMED_ROWS)[:, :-1].to(embedding.device)
-    return QuantizedPrice(
-        predicted=quantized_bytes(model.config, scheme, keep=keep, dtype=embedding.dtype).total,
-        stored=stored_bytes(tried),
-        loss=held_out_loss(tried),
-        seconds=measure(lambda: tried(rows), repeats=repeats),
-    )
