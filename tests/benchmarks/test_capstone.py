@@ -14,7 +14,8 @@ from tests.benchmarks.measurements import by_quantity
 def test_runs_of_a_width_are_told_with_their_sizes() -> None:
     found = cases.losses_of(64, SMALL.counts, SMALL.bytes)
     assert [one.details["tokens"] for one in found] == list(SMALL.counts)
-    assert all(one.details["weights"] > 200_000 and 3 < one.samples[0] < 9 for one in found)
+    assert all(one.details["weights"] > 200_000 for one in found)
+    assert 9 > found[0].samples[0] > found[1].samples[0] > 0  # more text, less loss
 
 
 def test_a_whole_run_is_told_with_its_curves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,4 +34,5 @@ def test_a_whole_run_is_told_with_its_curves(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_recorded_curves_are_whole() -> None:
     curves = recorded_curves("dial/10 minutes")
     assert curves.steps == len(curves.bits) == len(curves.norms) == len(curves.seconds) > 1_000
-    assert curves.bits[-1] == pytest.approx(curves.expected, rel=0.2)
+    last = curves.bits[-100:]  # one batch may be far off
+    assert sum(last) / len(last) == pytest.approx(curves.expected, rel=0.2)

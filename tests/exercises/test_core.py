@@ -96,7 +96,7 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
         r"case 2 of 2 \(the only one that fails\), .*1 of yours is a number",
     ),
     "a NaN": (lambda x, k: (x / k * float("nan"), k), "wrong", r"2 of yours are NaN"),
-    "three results": (lambda x, k: (x, k, k), "wrong", r"tuple of 2, got 3"),
+    "three results": (lambda x, k: (x, k, k), "wrong", r"length 2, got 3"),
     "the divisor": (lambda x, k: (x / k, k + 1), "wrong", r"divisor is 0\.5, expected -0\.5"),
     "other arguments": (lambda x: x, "refused", r"arguments x, k by these names, got \(x\)"),
     "a result": (halve(torch.ones(1), 1.0), "refused", r"the function itself, got \("),

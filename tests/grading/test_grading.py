@@ -58,6 +58,7 @@ FIGURE = """
 from IPython.display import Markdown, display
 display({"application/vnd.plotly.v1+json": {"data": []}, "text/html": "empty"}, raw=True)
 display(Markdown("Prose " + "with `code`."))
+display({"text/plain": "task 1", "text/html": "<table><tr><td>1</td></tr></table>"}, raw=True)
 """
 
 
@@ -287,6 +288,7 @@ def test_feedback_is_readable_without_scripts_or_requests(graded: Class) -> None
     assert f'<a href="#{mini.SQUARE}">Twice &lt;b&gt;as&lt;/b&gt; much (square-test)</a>' in page
     assert "A figure, which this page cannot show" in page
     assert "Prose with `code`." in page and "&lt;p&gt;" not in page
+    assert "<pre>task 1</pre>" in page and "&lt;tbody" not in page
     assert "<code>2 · η^(n+1)</code>" in page and "<code>$HOME</code>" in page
     assert "Twice <b>as</b> much" in page and "white-space: pre-wrap" in page
     cheats = page_of(graded, "cheats")

@@ -162,12 +162,15 @@ def test_a_user_who_is_not_root_is_fenced_in_as_well(monkeypatch: pytest.MonkeyP
     places = [word for name in ("/usr", "/bin", "/lib", "/lib64") for word in _place(name)]
     monkeypatch.setattr(sandbox, "_system", lambda: places)
     monkeypatch.setattr(sandbox, "_own", list)
-    script = "id -u; grep CapEff /proc/self/status; ls /; for n in $(seq 99); do sleep 9 & done"
+    written = "touch /mine /dev/mine; touch /tmp/mine && echo kept"
+    loop = "for n in $(seq 99); do sleep 9 & done"
+    script = f"id -u; grep CapEff /proc/self/status; ls /; {written}; {loop}"
     words = sandbox._wrapped(SMALL, ["sh", "-c", script])
     done = subprocess.run(words, user=1234, group=1234, extra_groups=[], capture_output=True)
     said = (done.stdout + done.stderr).decode()
     assert said.startswith("1234\nCapEff:\t0000000000000000\n") and "root" not in said
     assert "Cannot fork" in said
+    assert said.count("Read-only file system") == 2 and "kept" in said
 
 
 def _place(name: str) -> list[str]:

@@ -161,7 +161,7 @@ def _serve(
 ) -> None:
     text, device = project.text, default_device()
     # On a GPU the speeds, which are a CPU's, say nothing, and graphs need plain steps.
-    fastest = max(DRAFTS, key=lambda name: found[name].tokens_per_second)
+    fastest = max(DRAFTS, key=lambda name: found[name].over_plain)
     draft = told.draft or (fastest if device.type == "cpu" else PLAIN)
     proposers: dict[str, str | Proposer | None] = {"n-grams": "ngram", "EAGLE": Eagle(head)}
     engine = Engine(
@@ -176,7 +176,10 @@ def _serve(
     server = Server(engine=engine, name=name, port=told.port, prompt=prompt)
     draft = "without a draft" if draft == PLAIN else f"with {draft} as draft"
     lines = f"Serving {draft}; Ctrl-C stops it: {server.address}\n\n{server.example}"
-    asyncio.run(server.run(lambda: say(lines)))
+    try:
+        asyncio.run(server.run(lambda: say(lines)))
+    except KeyboardInterrupt:
+        say("Stopped serving. Run the same command again to serve the model.")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ def page_of_progress(progress: Progress, base: str, log: Path) -> str:
         body = (
             f"<p>The build failed. Its last lines are below; the full log is in "
             f"<code>{html.escape(str(log))}</code>. Fix the error, stop the server with Ctrl-C, "
-            f"and run <code>make course</code> again. <code>python -m labcore doctor</code> "
-            f"says what this machine is missing.</p>{lab}{_log(progress)}"
+            f"and run <code>make course</code> again. "
+            f"<code>.venv/bin/python -m labcore doctor</code> says what this machine is "
+            f"missing.</p>{lab}{_log(progress)}"
         )
         return _page("The book could not be built", body)
     done = f"page {progress.page} of {progress.pages}" if progress.page else "starting"

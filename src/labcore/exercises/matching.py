@@ -176,9 +176,9 @@ def _sequence_difference(
 ) -> _Found | None:
     kind = "tuple" if isinstance(wanted, tuple) else "list"
     if not isinstance(came, list | tuple):
-        return _Found(text=f"{name} must be a {kind} of {len(wanted)}, got {describe(came)}")
+        return _Found(text=f"{name} must be a {kind} of length {len(wanted)}, got {describe(came)}")
     if len(came) != len(wanted):
-        return _Found(text=f"{name} must be a {kind} of {len(wanted)}, got {len(came)}")
+        return _Found(text=f"{name} must have length {len(wanted)}, got {len(came)}")
     for one, right, part in zip(came, wanted, names, strict=True):
         if found := _found(one, right, terms, part):
             return found

@@ -42,6 +42,8 @@ a.anchor-link { display: none; }
 # nbgrader's template loads MathJax from another site, and its style a font that does not exist.
 FETCHED = re.compile(r"<script\b.*?</script\s*>|@font-face\s*{[^}]*}", re.DOTALL | re.IGNORECASE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL)
+# nbgrader's page shows most tags as text, also the tbody that a parser adds to each table.
+TABLE = re.compile(r"<(?:table|p)\b", re.IGNORECASE)
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r'(<a href="#comment-([^"]*)">Comment)(</a>)')
 COMMAND = re.compile(r"\\([A-Za-z]+|.)")
@@ -94,10 +96,13 @@ def _shown(data: Mapping[str, Any]) -> dict[str, Any]:
     if any(kind.startswith(DRAWN) for kind in data):
         return {"text/plain": FIGURE}
     shown = dict(data)
+    plain = "".join(shown.get("text/plain", "<"))
+    if TABLE.search("".join(shown.get("text/html", ""))) and not plain.startswith("<"):
+        del shown["text/html"]
     if "text/markdown" in shown and "text/html" not in shown:
         # The page's sanitizer would show HTML tags in the Markdown as text.
         prose = shown.pop("text/markdown")
-        if "".join(shown.get("text/plain", "<")).startswith("<"):
+        if plain.startswith("<"):
             shown["text/plain"] = prose
     return shown
 

@@ -101,7 +101,7 @@ def _wrapped(limits: Limits, command: Sequence[str]) -> list[str]:
     for path in ("/dev/shm", "/tmp", HOME):
         words += ["--perms", "1777", "--size", size, "--tmpfs", path]
     # After the tmpfs mounts: the checkout may be under /tmp.
-    words += [*_own(), "--remount-ro", "/dev", "--chdir", HOME]
+    words += [*_own(), "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
     inside = _limited(limits, command)
     if os.geteuid() == 0:
         user = str(FIRST_USER + os.getpid() % USERS)

@@ -49,9 +49,10 @@ def refusal() -> str:
     if not (lack := sandbox.missing()):
         return ""
     return f"""Student code runs only in a sandbox, and this machine has none: {lack}.
+book/teaching/hardware.md says what the sandbox needs.
 To run it with your own privileges anyway, on a machine where it can do no harm:
   make grade SUBMISSIONS=<folder> UNSANDBOXED=1
-  python -m labcore grade <folder> --unsandboxed"""
+  .venv/bin/python -m labcore grade <folder> --unsandboxed"""
 
 
 @contextlib.contextmanager
@@ -130,7 +131,7 @@ def _plan(out: Path) -> dict[str, Any]:
         return dict(json.loads((out / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{out} has no queue; make it with: python -m labcore grade <submissions> "
+            f"{out} has no queue; make it with: .venv/bin/python -m labcore grade <submissions> "
             f"--only-queue --out {out}"
         ) from error
 

@@ -115,9 +115,9 @@ def test_a_row_more_or_a_batch_too_few_is_told_by_its_place(seed: int) -> None:
     given = answers(RESUME, RESUME.reference, seed, 0)
     short = [given[0][:-1], *given[1:]]
     wanted = len(given[0])
-    assert f"must be a list of {wanted}, got {wanted - 1}" in RESUME.judge(short, seed=seed).message
+    assert f"must have length {wanted}, got {wanted - 1}" in RESUME.judge(short, seed=seed).message
     given[0][2] = [*given[0][2], 5]
-    assert "the result[2] must be a list of 4, got 5" in RESUME.judge(given, seed=seed).message
+    assert "the result[2] must have length 4, got 5" in RESUME.judge(given, seed=seed).message
 
 
 # Batches from a log ------------------------------------------------------------------------------
