@@ -179,7 +179,7 @@ def _serve(
     try:
         asyncio.run(server.run(lambda: say(lines)))
     except KeyboardInterrupt:
-        say("Stopped serving. Run the same command again to serve the model.")
+        say("Stopped serving. To serve again, run the same command.")
 
 
 if __name__ == "__main__":
