@@ -254,7 +254,11 @@ def test_everybody_is_served_and_the_text_has_the_clinic_s_numbers() -> None:
     assert len(server.ended) == clinic.REQUESTS and not server.running
     left = [row for row in server.ended if row.left]
     assert left and not any(sum(judged(row)) for row in server.ended)
-    told(f"It has {clinic.PLACES} places", f"{clinic.REQUESTS} in all", f"each of {clinic.STEPS}")
+    told(
+        f"Each server has {clinic.PLACES} places",
+        f"{clinic.REQUESTS} in all",
+        f"each of {clinic.STEPS}",
+    )
     told(f"`{STOP}`", "every fourth step")
 
 

@@ -356,7 +356,7 @@ def test_a_rule_that_labcore_does_not_know_is_graded(cell: str, seed: int) -> No
 
 
 OTHERS: list[tuple[Exercise, Callable[..., Any], str]] = [
-    (ADMIT, lambda waiting, **_: [*range(len(waiting))], "the result must be a list"),
+    (ADMIT, lambda waiting, **_: [*range(len(waiting))], "the result must have length"),
     (CANCEL, lambda **case: tuple(case[n] for n in (
         "tables", "references", "digests", "free", "cached")), "the returned tables"),
     (CHUNK, lambda requests, steps, **_: ([[1] * len(requests)] * steps, [0] * len(requests)),
