@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,8 @@ def test_an_answer_shows_what_was_guessed() -> None:
     pieces = (("a<", True), ("b", True), ("c", False))
     answer = Answer(prompt="p&", pieces=pieces, tokens=3, waited=0.1, seconds=0.2)
     assert answer._repr_html_().endswith("><b>p&amp;</b><mark>a&lt;b</mark>c</pre>")
+    long = replace(answer, pieces=(("\n" * 20, True), ("x", False)))
+    assert long._repr_html_().endswith("</b><mark>" + "\n" * 11 + "</mark>…</pre>")
 
 
 def test_a_failure_in_the_block_ends_the_server_too() -> None:

@@ -17,6 +17,8 @@ from labcore.serving.http.server import Server
 
 __all__ = ["Answer", "ask", "running"]
 
+LINES = 12  # that a notebook shows: a model of seconds may write little but line breaks
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Answer:
@@ -41,10 +43,12 @@ class Answer:
         return self.prompt + self.text
 
     def _repr_html_(self) -> str:
-        marked = "".join(
-            f"<mark>{html.escape(text)}</mark>" if guessed else html.escape(text)
-            for text, guessed in self.pieces
-        ).replace("</mark><mark>", "")
+        left, marked = len("\n".join(self.text.split("\n")[:LINES])), ""
+        rest = "…" if left < len(self.text) else ""
+        for text, guessed in self.pieces:
+            part, left = html.escape(text[:left]), max(left - len(text), 0)
+            marked += f"<mark>{part}</mark>" if guessed and part else part
+        marked = marked.replace("</mark><mark>", "") + rest
         wraps = "white-space: pre-wrap; overflow-wrap: anywhere"
         return f'<pre style="{wraps}"><b>{html.escape(self.prompt)}</b>{marked}</pre>'
 
