@@ -29,7 +29,6 @@ from labcore.capstone import (
     speeds,
     train_model,
 )
-from labcore.capstone.project import JUDGED
 from labcore.decoding import SamplingConfig, generate
 from labcore.models import Llama, bits_per_byte, from_pretrained
 
@@ -67,14 +66,13 @@ for _width, _minutes, _runs in (
 def losses_of(width: int, counts: tuple[int, ...], most: int) -> list[Measurement]:
     """Train a model for each number of tokens, each from the start, and judge it."""
     text, choices = read_text("python", max_bytes=most), Choices()
-    judged = text.tokenizer.decode(text.held_out[:JUDGED].tolist())
     found = []
     for tokens in counts:
         accumulate = batch_for(tokens)
         plan = Plan(config=shape(width), accumulate=accumulate, rate=0.5 / width)
         plan = replace(plan, steps=tokens // plan.tokens)
         run = train_model(text, plan, choices)
-        bits = bits_per_byte(run.model, judged, text.tokenizer)
+        bits = bits_per_byte(run.model, text.judged, text.tokenizer)
         told: dict[str, Any] = {
             "weights": plan.weights,
             "tokens": plan.tokens,

@@ -69,7 +69,7 @@ def triton_problem() -> str | None:
             f"Triton has no build for {platform.system()}: its kernels run on Linux; "
             "plain PyTorch runs instead"
         )
-    return "Triton is not installed: run pip install 'triton>=3.6,<3.8'"
+    return "Triton is not installed: run pip install 'triton>=3.6,<3.10'"
 
 
 def interpreting() -> bool:

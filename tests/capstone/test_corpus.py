@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from labcore.capstone.corpus import Corpus, read_text
+from labcore.capstone.corpus import JUDGED, STRETCH, Corpus, read_text
 from labcore.data.files import SMALLEST
 from tests.capstone.conftest import write_texts
+
+
+class Numbers:
+    """It decodes tokens to their numbers."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
 
 
 def test_files_are_whole_in_one_part_and_known_by_place(text: Corpus, tmp_path: Path) -> None:
@@ -30,6 +39,19 @@ def test_a_token_of_a_file_decodes_to_the_file(tmp_path: Path) -> None:
     assert found.tokenizer.decode(found.train[: stop - 1].tolist()) == whole
 
 
+def test_a_model_is_judged_on_stretches_from_all_of_the_held_out_text(text: Corpus) -> None:
+    numbers = torch.arange(123_457)
+    read = replace(text, held_out=numbers, tokenizer=Numbers())  # type: ignore[arg-type]
+    judged = torch.tensor([int(word) for word in read.judged.split()])
+    assert len(judged) == JUDGED * STRETCH
+    assert judged[0] == 0 and judged[-1] == numbers[-1]
+    steps, counts = judged.diff().unique(return_counts=True)
+    assert counts[steps == 1] == JUDGED * (STRETCH - 1)
+    assert steps[steps != 1].min() > 0 and steps.max() - steps[1] <= 1  # evenly, without overlap
+    few = replace(read, held_out=numbers[:777])
+    assert few.judged.split() == [str(number) for number in range(777)]
+
+
 def test_the_split_depends_on_names_alone(tmp_path: Path) -> None:
     one = read_text(str(write_texts(tmp_path / "one", seed=1)))
     two = read_text(str(write_texts(tmp_path / "two", seed=2)))
@@ -47,7 +69,7 @@ def test_what_is_no_text_is_left_out(tmp_path: Path, text: Corpus) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG" * 1000)
     (folder / "latin.txt").write_bytes("é".encode("latin-1") * 1000)
     (folder / "empty.md").write_text("\n")
-    for hidden in (".git", "node_modules", "__pycache__"):
+    for hidden in (".git", "node_modules", "__pycache__", "idlelib"):
         (folder / hidden).mkdir()
         (folder / hidden / "some.txt").write_text("not mine " * 1000)
     (folder / "loop").symlink_to(folder)

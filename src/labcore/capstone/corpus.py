@@ -16,6 +16,7 @@ from labcore.models.recipes import END_OF_TEXT_ID, learn_tokenizer
 __all__ = ["Corpus", "read_text"]
 
 LEARNED = 2_000_000  # characters that a tokenizer is learned from
+JUDGED, STRETCH = 40, 500  # a model is judged on so many stretches of so many held-out tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,6 +39,15 @@ class Corpus:
     def bytes_per_token(self) -> float:
         """Bytes of the held-out text over its tokens."""
         return len(self.tokenizer.decode(self.held_out.tolist()).encode()) / len(self.held_out)
+
+    @property
+    def judged(self) -> str:
+        """The text that a model is judged on: stretches of all held-out text, or all if short."""
+        tokens = self.held_out
+        if len(tokens) > JUDGED * STRETCH:
+            starts = torch.linspace(0, len(tokens) - STRETCH, JUDGED).long()
+            tokens = torch.cat([tokens[start : start + STRETCH] for start in starts])
+        return self.tokenizer.decode(tokens.tolist())
 
     def file_of(self, place: int) -> str:
         """Return the name of the file that token number `place` of `train` comes from."""

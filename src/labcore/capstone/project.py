@@ -38,7 +38,6 @@ BYTES = range(4_000_000, 20_000_000)  # of text, at least and at most
 BYTES_PER_MINUTE = 2_000_000
 CLOSING = 8.0  # seconds for starting, measuring and exporting, if the dial has three times as many
 STARTED = {"text.pt", "text.pt.part", "plan.json.part", "tokenizer.json", "tokenizer_config.json"}
-JUDGED = 20_000  # held-out tokens
 LOADING = "`transformers.AutoModelForCausalLM.from_pretrained` reads this folder."
 LEAST = 2 * (LENGTH + 8)  # held-out tokens that the draft and its measurements need
 
@@ -124,8 +123,7 @@ class Project:
 
     def bits_per_byte(self, model: Llama) -> float:
         """Return the bits that the model needs for a byte of files that it hasn't read."""
-        text = self.text.tokenizer.decode(self.text.held_out[:JUDGED].tolist())
-        return bits_per_byte(model, text, self.text.tokenizer)
+        return bits_per_byte(model, self.text.judged, self.text.tokenizer)
 
     def export(self, run: Run, found: Mapping[str, Speed], measured: Mapping[str, Any]) -> Path:
         """Write the model as transformers reads it, with a card, once; return the folder.

@@ -21,6 +21,8 @@ __all__ = ["hold_out", "read_files"]
 
 SUFFIXES = (".md", ".py", ".rst", ".tex", ".txt")
 NO_TEXT = {"__pycache__", "build", "dist", "node_modules", "site-packages", "test", "tests", "venv"}
+# Some versions and systems leave these out of Python's library; all are to read the same files.
+NO_TEXT |= {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
 SMALLEST = 200_000  # bytes; less is known by heart within a minute
 HELD_OUT = 10  # one file in so many
 DECODER = codecs.getincrementaldecoder("utf-8-sig")
