@@ -255,7 +255,9 @@ def test_a_cards_numbers_are_the_recorded_ones() -> None:
     said = ledger.with_numbers(item, "a < b: {optimizer step, torch's fused AdamW} times")
     assert said == f"a &lt; b: <strong>{mean:.3g}</strong> times"
     noisy = "{whole training step, 2,048 tokens},"
-    assert "</strong> (below the noise)," in ledger.with_numbers(item, noisy)
+    assert "</strong> (too close to call; the rule says at most 1)," in ledger.with_numbers(
+        item, noisy
+    )
     with pytest.raises(ValueError, match="must say what was measured"):
         ledger.with_numbers(item, "")
     with pytest.raises(ValueError, match="batch 257"):

@@ -209,7 +209,11 @@ def test_require_raises_the_message_only_if_the_check_failed() -> None:
 
 def test_graded_cells_message_does_not_say_how_to_repeat_it() -> None:
     outcome = EXERCISE.check(lambda x, k: (x * 0, k), seed=7)
-    assert "check(..., seed=7)" in repr(outcome)
+    assert "check(..., seed=7)" in repr(outcome) and "numbered_cases(7) instead" in repr(outcome)
+    assert (
+        "numbered_cases(7, 31)"
+        in EXERCISE.check(lambda x, k: (x * 0, k), seed=7, student=31).repeat
+    )
     with pytest.raises(CheckFailedError) as caught:
         outcome.require()
     assert str(caught.value).split() == outcome.message.split()

@@ -62,7 +62,7 @@ DIFFERENT: list[tuple[Any, Any, str]] = [
     ({"a": 1.0}, {"b": 1.0}, r"keys \['b'\], got \['a'\]"),
     ({"a": [1.0]}, {"a": [2.0]}, r"the result\['a'\]\[0\] is 1"),
     (5, {"a": 1}, r"dict with the keys"),
-    ("yes", "no", r"must be 'no', got 'yes'"),
+    ("yes", "no", r"is 'yes', expected 'no'"),
     ("no", None, r"must be None, got 'no'"),
 ]  # fmt: skip
 
@@ -106,6 +106,17 @@ def test_so_many_digits_are_shown_that_the_numbers_differ() -> None:
     assert text is not None
     shown = re.search(r"yours (\S+), expected ([^,]+), which first differ in digit (\d+)", text)
     assert shown is not None and shown[1] != shown[2] and int(shown[3]) in (9, 10, 11), text
+
+
+def test_the_first_wrong_number_is_named_beside_the_worst(generator: torch.Generator) -> None:
+    right = torch.randn(4, 6, generator=generator)
+    places = torch.randperm(right.numel(), generator=generator)[:3].sort().values
+    first, worst, _ = ([place // 6, place % 6] for place in places.tolist())
+    wrong = right.flatten().index_add(0, places, torch.tensor([0.1, 5.0, 0.2])).reshape(4, 6)
+    text = difference(wrong, right, rtol=1e-6, atol=0) or ""
+    assert f"3 of 24 numbers differ, the first at {first}, most of all at {worst}: " in text
+    alone = difference(torch.where(wrong == wrong[*worst], wrong, right), right, rtol=1e-6, atol=0)
+    assert f"1 of 24 numbers differ, most of all at {worst}: " in (alone or "")
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_an_edited_notebook_is_kept_and_who_left_is_named(course: Path, tmp_path
     mine = path.read_bytes().replace(b"STUDENT = ", b"STUDENT = 1")
     path.write_bytes(mine)
     said = "\n".join(write(course, tmp_path, ["Ada", "Cy"]))
-    assert "2 notebooks written, 0 unchanged (2 students, 1 labs)" in said
+    assert "2 notebooks written, 0 unchanged (students: 2, labs: 1)" in said
     assert path.with_name("mini.edited-1.ipynb").read_bytes() == mine
     assert "mini.edited-1.ipynb is an edited notebook" in said
     assert "not on the roster, and left unchanged: Bo" in said

@@ -123,8 +123,10 @@ def with_numbers(item: Claim, told: str) -> str:
     def recorded(found: re.Match[str]) -> str:
         part = item.part(html.unescape(found[1]))
         measured = part.measured(records.find(item.slug, part.case, part.quantity))
-        noise = " (below the noise)" * (part.judge(measured) == "below the noise here")
-        return f"<strong>{intervals.number(measured.mean)}</strong>{noise}"
+        unsure = part.judge(measured) == "below the noise here"
+        return f"<strong>{intervals.number(measured.mean)}</strong>" + (
+            f" (too close to call; the rule says {part.rule})" if unsure else ""
+        )
 
     return re.sub(r"\{(.+?)\}", recorded, html.escape(told))
 

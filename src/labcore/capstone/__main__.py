@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if told.serve:
             socket.create_server(("127.0.0.1", told.port)).close()  # or it would fail much later
         if not (told.folder / "plan.json").is_file():
-            say(f"Planning for {told.minutes:g} minutes: reads the text, times some training steps")
+            say(f"Planning ({told.minutes:g} min): reads the text, times some training steps")
         project = Project.open(
             told.folder,
             minutes=told.minutes,

@@ -202,7 +202,7 @@ class Exercise:
             )
             return Outcome(passed=False, kind="missing", message=message)
         if played.kind:
-            return self._failed(played, cases, seed)
+            return self._failed(played, cases, _repeat(seed, student))
         return self.judge(played.answers, seed=seed, student=student, changed=played.changed)
 
     def judge(
@@ -246,7 +246,7 @@ class Exercise:
             kind="known mistake" if mistake else "wrong",
             mistake=mistake,
             message="\n".join(parts),
-            repeat=_repeat(seed),
+            repeat=_repeat(seed, student),
         )
 
     def untested(self) -> str:
@@ -336,7 +336,7 @@ class Exercise:
                         return name, seen
         return "", ""
 
-    def _failed(self, played: Played, cases: Sequence[Mapping[str, Any]], seed: int) -> Outcome:
+    def _failed(self, played: Played, cases: Sequence[Mapping[str, Any]], repeat: str) -> Outcome:
         if played.kind == "unavailable":
             message = f"Nothing was checked: {played.problem}."
             return Outcome(passed=False, kind=played.kind, message=message)
@@ -350,15 +350,19 @@ class Exercise:
         if absent and absent[1] in MODULES:
             kind = "refused"
             parts.append(f"The module `{absent[1]}` is not imported: run the lab's import cell.")
-        return Outcome(passed=False, kind=kind, message="\n".join(parts), repeat=_repeat(seed))
+        return Outcome(passed=False, kind=kind, message="\n".join(parts), repeat=repeat)
 
 
 def _name(fn: Callable[..., Any]) -> str:
     return f"`{getattr(fn, '__name__', type(fn).__name__)}`"
 
 
-def _repeat(seed: int) -> str:
-    return f"To get the same cases again: check(..., seed={seed})."
+def _repeat(seed: int, student: int) -> str:
+    drawn = f"{seed}, {student}" if student else f"{seed}"
+    return (
+        f"To get the same cases again: check(..., seed={seed}). "
+        f"To see what they hold: numbered_cases({drawn}) instead of check(...)."
+    )
 
 
 def _callable_complaint(fn: Any, case: Mapping[str, Any]) -> str:

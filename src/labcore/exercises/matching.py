@@ -83,6 +83,8 @@ def _found(
         return _number_difference(came, wanted, terms, name)
     if type(came) is type(wanted) and came == wanted:
         return None
+    if type(came) is type(wanted):
+        return _Found(text=f"{name} is {describe(came)}, expected {describe(wanted)}")
     return _Found(text=f"{name} must be {describe(wanted)}, got {describe(came)}")
 
 
@@ -122,11 +124,13 @@ def _values_difference(
         return None
     worst = torch.where(same, -1.0, torch.where(gap.isnan(), math.inf, gap)).argmax()
     place = [int(index) for index in torch.unravel_index(worst, gap.shape)]
+    first = torch.nonzero(~same)[0].tolist()
     at = f" at {place}" if place else ""
+    since = f", the first at {first}" if first != place else ""
     one, right = came[tuple(place)].item(), wanted[tuple(place)].item()
     mine, theirs, digit = pair(one, right)
     share = f"all {count}" if count == same.numel() else f"{count} of {same.numel()}"
-    text = f"{name}: {share} numbers differ, most of all{at}: "
+    text = f"{name}: {share} numbers differ{since}, most of all{at}: "
     if same.numel() == 1:
         text = f"{name} differs{at}: "
     text += f"yours {mine}, expected {theirs}" + _from_digit(digit)

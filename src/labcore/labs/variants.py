@@ -251,7 +251,7 @@ def write(
     count = sum(one.written for one in made)
     said.append(
         f"{out}: {count} notebooks written, {len(made) - count} unchanged "
-        f"({len(students)} students, {len(originals)} labs)"
+        f"(students: {len(students)}, labs: {len(originals)})"
     )
     said += [f"{one.kept} is an edited notebook that was kept" for one in made if one.kept]
     strangers = sorted(path.name for path in out.iterdir() if path.name not in drawn)
