@@ -42,7 +42,7 @@ def make_image(clone: Path, python: str, torch: str) -> None:
         [python, "-m", "venv", ".venv"],
         [*pip, f"torch=={torch}"],
         [*pip, *shipped],
-        [*pip, "-e", ".[labs]", "nbval", "pytest"],
+        [*pip, "-e", ".[labs]", "nbval", "pytest", "pytest-xdist"],
     ):
         subprocess.run(command, cwd=clone, check=True)
 

@@ -216,6 +216,17 @@ def test_an_exported_model_is_served(tmp_path: Path) -> None:
     assert said == text_of(PROMPT, 12, model="draft")
 
 
+@pytest.mark.parametrize("name", ["targte", ""])
+def test_a_model_that_is_none_is_refused_before_anything_starts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "repository"
+    for model in (name, str(tmp_path)):  # a folder without a model is none either
+        assert main(["start", "--folder", str(folder), "--model", model]) == 1
+        assert f"a folder with a config.json, got {model!r}" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_told_to_end_while_it_starts_it_leaves_nothing(
     tmp_path: Path, number: signal.Signals

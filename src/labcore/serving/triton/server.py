@@ -24,6 +24,7 @@ from pathlib import Path
 from labcore.serving.triton import environment as triton_environment
 from labcore.serving.triton import machine
 from labcore.serving.triton.client import Addresses, ServerError, examples, metrics
+from labcore.serving.triton.process import SHIPPED
 
 __all__ = ["ServerFailed", "TritonServer", "main", "write_repository"]
 
@@ -231,6 +232,11 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _start(told: argparse.Namespace) -> None:
+    if told.model not in SHIPPED and not Path(told.model, "config.json").is_file():
+        raise ValueError(
+            f"--model must be {', '.join(SHIPPED)} or a folder with a config.json, got "
+            f"{told.model!r}; an export of the capstone is in <its folder>/model"
+        )
     given = {name: port for name in machine.PORTS if (port := getattr(told, name)) is not None}
     addresses = Addresses(**{**dict.fromkeys(machine.PORTS, 0), **given})
     if not given:
