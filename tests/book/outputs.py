@@ -18,6 +18,8 @@ def output_problems(cell: dict[str, Any]) -> list[str]:
         return ["has outputs or an execution count; strip them"]
     if kept and not cell.get("outputs"):
         return ["is marked NBVAL_CHECK_OUTPUT and has no output to compare"]
+    if kept and cell.get("execution_count") is None:  # nbval then fails the cell as "unrun"
+        return ["has outputs but no execution count; set it to 1"]
     return []
 
 

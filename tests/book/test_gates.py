@@ -154,6 +154,7 @@ def chapter(**changes: Any) -> dict[str, Any]:
     return {"cells": cells, "metadata": {**metadata, **changes}}
 
 
+CHECKED = "# NBVAL_CHECK_OUTPUT\n1"
 OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
 
 
@@ -161,10 +162,11 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
     ("notebook", "sentence"),
     [
         (chapter(), None),
-        (chapter(cells=[code_cell("# NBVAL_CHECK_OUTPUT\n1", outputs=OUTPUT)]), None),
+        (chapter(cells=[code_cell(CHECKED, outputs=OUTPUT, execution_count=1)]), None),
+        (chapter(cells=[code_cell(CHECKED, outputs=OUTPUT)]), "no execution count"),
         (chapter(cells=[code_cell("1", outputs=OUTPUT)]), "has outputs"),
         (chapter(cells=[code_cell("1", execution_count=3)]), "execution count"),
-        (chapter(cells=[code_cell("# NBVAL_CHECK_OUTPUT\n1")]), "no output to compare"),
+        (chapter(cells=[code_cell(CHECKED)]), "no output to compare"),
         (chapter(cells=[code_cell("x\n" * 20)]), "21 lines, at most 20"),
         (
             chapter(cells=[code_cell("quiz([Question('?', ('a', 'b'), 0, 'why')])")]),
