@@ -206,7 +206,7 @@ class Claim:
 
     id: "<slug>.<name>". statement: the claim in our words. source: "the article", or who else says
     so, with a reference. quantity: what is measured, in words. parts: what decides, part by part.
-    note: what a reader should know besides. under_review: whether the parts still await a review.
+    note: what a reader should know besides.
     verdict, measured, hardware: what `make claims` wrote.
     """
 
@@ -217,7 +217,6 @@ class Claim:
     parts: tuple[Part, ...]
     source: str = "the article"
     note: str = ""
-    under_review: bool = False
     verdict: Verdict | None = None
     measured: str = ""
     hardware: str = ""
@@ -298,7 +297,6 @@ def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
         parts=parts,
         source=raw.get("source", "the article"),
         note=raw.get("note", ""),
-        under_review=raw.get("under_review", False),
         verdict=raw.get("verdict"),
         measured=raw.get("measured", ""),
         hardware=raw.get("hardware", ""),

@@ -23,7 +23,7 @@ def test_a_whole_run_is_told_with_its_curves(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cases, "scaling_law", lambda: law)
     found = by_quantity(cases.whole_run(SMALL))
     told = found["held-out text"].details
-    assert len(told["losses"]) == len(told["norms"]) == len(told["seconds"]) > 3
+    assert len(told["losses"]) == len(told["norms"]) == len(told["seconds"]) > 1
     assert found["held-out text"].peers["predicted"] == [law(told["weights"], told["tokens"])]
     predicted = found["memory of a step"].peers["predicted"][0]
     assert found["memory of a step"].samples[0] == pytest.approx(predicted, rel=0.1)

@@ -28,6 +28,9 @@ def test_drafts_bring_the_same_tokens_in_fewer_steps(text: Corpus, model: Llama)
     assert found.keys() == {PLAIN, "n-grams", "EAGLE"}
     assert found[PLAIN].per_step == found[PLAIN].over_plain == 1
     for one in found.values():
+        told = one.over_plain * found[PLAIN].tokens_per_second
+        assert one.tokens_per_second == pytest.approx(told)
+    for one in found.values():
         assert one.same == 1 and one.per_step >= 1 and one.tokens_per_second > 0
     assert max(found["n-grams"].per_step, found["EAGLE"].per_step) > 1
 

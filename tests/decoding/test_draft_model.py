@@ -197,7 +197,8 @@ def test_one_call_per_round_drafts_what_steps_draft(sampling, seed: int) -> None
             lengths.add(len(said))
             row = [*row, *said[: draw.randrange(len(said) + 1)], draw.randrange(7)]
     plain = sampling.temperature == 0 and sampling.repetition_penalty == 1
-    assert len(calls) == (12 if plain else 0) and len(lengths) > 1
+    assert len(calls) == (12 if plain else 0)
+    assert not plain or len(lengths) > 1  # drawn guesses may all lack confidence
 
 
 def test_a_confidence_that_is_no_probability_is_refused(model: Llama) -> None:

@@ -55,7 +55,7 @@ def connected(path: Path) -> Iterator[socket.socket]:
         (b"[1]", "must be a JSON object, got a list"),
         (b"{", "Expecting"),
         (b"\xff", "utf-8"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "while decoding a JSON array"),
         (b'{"type": "subm"}', "did you mean 'submit'"),
         (b'{"type": "submit", "prompt": "x", "top": 3}', "field of submit"),
         (b'{"type": "submit"}', "at least one token"),

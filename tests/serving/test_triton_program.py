@@ -216,7 +216,7 @@ def test_an_exported_model_is_served(tmp_path: Path) -> None:
     assert said == text_of(PROMPT, 12, model="draft")
 
 
-@pytest.mark.parametrize("name", ["targte", ""])
+@pytest.mark.parametrize("name", ["aim", ""])
 def test_a_model_that_is_none_is_refused_before_anything_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,9 +31,10 @@ PLAIN = "plain"
 class Speed:
     """How fast a draft makes the model.
 
-    tokens_per_second: the median of its rounds. over_plain: the median ratio to plain decoding in
-    the same rounds. per_step: tokens that a forward of the model brought. same: the share of rows
-    whose greedy tokens equal plain decoding's; a tie of two tokens may be broken by rounding.
+    over_plain: the median ratio to plain decoding in the same rounds. tokens_per_second: plain
+    decoding's median times that ratio. per_step: tokens that a forward of the model brought. same:
+    the share of rows whose greedy tokens equal plain decoding's; a tie of two tokens may be broken
+    by rounding.
     """
 
     tokens_per_second: float
@@ -107,9 +108,10 @@ def speeds(
     calls = {name: (lambda name=name: all_of(name)) for name in drafts}
     timed = paired(calls, rounds=rounds, warmup=0)
     rows = {name: [row for one in all_ for row in one.tokens] for name, all_ in found.items()}
+    plain = sum(map(len, rows[PLAIN])) / timed.timings[PLAIN].p50
     return {
         name: Speed(
-            tokens_per_second=sum(map(len, rows[name])) / timed.timings[name].p50,
+            tokens_per_second=plain * timed.ratio(PLAIN, name),
             over_plain=timed.ratio(PLAIN, name),
             per_step=sum(map(len, rows[name])) / sum(one.statistics.steps for one in found[name]),
             same=statistics.mean(a == b for a, b in zip(rows[name], rows[PLAIN], strict=True)),

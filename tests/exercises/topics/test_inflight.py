@@ -362,7 +362,7 @@ OTHERS: list[tuple[Exercise, Callable[..., Any], str]] = [
     (CHUNK, lambda requests, steps, **_: ([[1] * len(requests)] * steps, [0] * len(requests)),
      "the returned tokens read"),
     (LATENCY, lambda **_: (math.pi, 0.0, 0.0), "the returned TTFT"),
-    (POLICY, lambda **_: "no evict", "the result must be"),
+    (POLICY, lambda **_: "no evict", "the result is 'no evict', expected '"),
 ]  # fmt: skip
 
 
