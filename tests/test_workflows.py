@@ -270,6 +270,7 @@ def test_the_hook_finds_outputs_that_nothing_compares(
 ) -> None:
     """Run as pre-commit does: by a Python that has nothing installed."""
     cell = {"cell_type": "code", "source": source, "outputs": [{"output_type": "stream"}]}
+    cell["execution_count"] = 1
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [cell]}), "utf-8")
     hook = [sys.executable, "-I", str(ROOT / "tests" / "book" / "outputs.py"), "a.ipynb"]
     done = subprocess.run(hook, cwd=tmp_path, capture_output=True, text=True)
