@@ -52,7 +52,7 @@ from labcore.serving.triton.server import TritonServer
 STATIC, OURS, GREEDY = "static", "guaranteed_no_evict", "max_utilization"
 POLICIES = (STATIC, OURS, GREEDY)
 GAP = 1e-3  # nats: a near tie
-TIMES = ("queue", "ttft", "tpot", "e2e", "normalised latency")  # the last: e2e per output token
+TIMES = ("queue", "ttft", "tpot", "e2e", "normalized latency")  # the last: e2e per output token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def beside(
 
 def values(run: Run, name: str) -> list[float]:
     """Return one of TIMES for each request that has it, in seconds."""
-    if name == "normalised latency":
+    if name == "normalized latency":
         return [one.e2e / one.output for one in run.metrics if one.e2e and one.output]
     found = (getattr(one, name) for one in run.metrics)
     return [one for one in found if one is not None]
@@ -656,11 +656,11 @@ def told_of_load(
             told.setdefault(f"{what} mean", {})[policy] = [statistics.fmean(x) for x in found]
         speeds = [run.tokens_per_second for run in each]
         told.setdefault("tokens a second", {})[policy] = speeds
-    middle = told["normalised latency p50"]
+    middle = told["normalized latency p50"]
     over = ratios(middle[OURS], middle[STATIC])
     units = {"tokens a second": "tokens/s"}
     return [
-        seen(f"normalised latency p50, {OURS} over {STATIC}/{name}", "ratio", over, **details),
+        seen(f"normalized latency p50, {OURS} over {STATIC}/{name}", "ratio", over, **details),
         *(
             beside(f"{what}/{name}", units.get(what, "s"), samples)
             for what, samples in told.items()

@@ -143,12 +143,12 @@ def test_how_many_run_at_once_is_counted_at_every_beginning(seed: int) -> None:
 
 def test_arrivals_are_measured_under_every_load() -> None:
     found = by_quantity(cases.load(SMALL))
-    over = "normalised latency p50, guaranteed_no_evict over static"
+    over = "normalized latency p50, guaranteed_no_evict over static"
     raw = [f"{what} {at}" for what in cases.TIMES for at in ("p50", "p99")]
     needs("load", found, *(f"{what}/{load}" for what in (over, *raw) for load in cases.LOADS))
     rate = statistics.median(found["requests a second, all waiting/guaranteed_no_evict"].samples)
     for load, share in cases.LOADS.items():
-        middle, near = (found[f"{what}/{load}"] for what in (over, "normalised latency p50"))
+        middle, near = (found[f"{what}/{load}"] for what in (over, "normalized latency p50"))
         assert middle.details["rate"] == pytest.approx(share * rate)
         for arrivals in middle.details["arrivals"]:
             assert len(arrivals) == 9 and all(a <= b for a, b in pairwise(arrivals))
