@@ -17,7 +17,6 @@ from labcore.ui.twin import Formula
 __all__ = ["TreeSweep", "speed_by_tree"]
 
 Key = tuple[int, int, int, str]
-_MOST = 4.0  # of the axes of costs and speeds: on some machines a step costs much more
 _HERE, _THERE = {"color": draw.OURS}, {"color": PALETTE["green"]}
 
 
@@ -114,13 +113,13 @@ def speed_by_tree(
 def _axes(data: TreeSweep) -> dict[str, Any]:
     most = max(nodes for _, _, nodes, _ in data.tokens)
     top = max(high for _, (_, _, high) in data.tokens.values())
-    ends = [0, 1.04 * most]
+    ends, passes = [0, 1.04 * most], [0, 1.05 * (data.costs[-1] + data.drafting[-1])]
     line = {"type": "line", "xref": "x3", "yref": "y3", "x0": 0, "x1": ends[1], "y0": 1, "y1": 1}
     return {
         "xaxis": {"anchor": "y", "range": ends, "showticklabels": False},
         "yaxis": {"domain": [0.69, 1], "title": "tokens per step", "range": [0.9, 1.05 * top]},
         "xaxis2": {"anchor": "y2", "range": ends, "showticklabels": False},
-        "yaxis2": {"domain": [0.36, 0.64], "anchor": "x2", "title": "passes", "range": [0, _MOST]},
+        "yaxis2": {"domain": [0.36, 0.64], "anchor": "x2", "title": "passes", "range": passes},
         "xaxis3": {"anchor": "y3", "range": ends, "title": "nodes of the tree"},
         "yaxis3": {"domain": [0, 0.31], "anchor": "x3", "title": "speed", "range": [0, 2.6]},
         "shapes": [{**line, "line": {"dash": "dot", "width": 1.5}}],
