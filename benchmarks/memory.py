@@ -631,7 +631,7 @@ def peak_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
         for stage in (0, *STAGES)
     }
     ways = {name: functools.partial(metered_rank, **each) for name, each in settings.items()}
-    rounds = by_rank(RANKS, sizes.few, ways)
+    rounds = [by_rank(RANKS, (seed,), ways)[0] for seed in sizes.few]
     found = []
     for name, each in settings.items():
         peaks = [max(one[name], key=lambda held: held.total) for one in rounds]
