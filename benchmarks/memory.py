@@ -622,7 +622,7 @@ def metered_rank(seed: int, *, stage: int, batch: int, length: int) -> Breakdown
 def peak_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
     """The peak of a whole step on the fuller of two ranks: of many tokens, and of few.
 
-    It varies at stage 3, where the time of a gather decides what is held at once.
+    It varies from run to run at stages 2 and 3, so each seed has processes of its own.
     """
     tokens = {"many tokens": sizes.big, "few tokens": {**sizes.small, "batch": 1}}
     settings: dict[str, Settings] = {
