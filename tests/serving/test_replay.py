@@ -23,7 +23,8 @@ from labcore.studies.inflight.gantt import timeline
 from tests.serving.invariants import check
 from tests.serving.tiny import TINY_POOL, tiny
 
-COST = CostModel(base=0.01, per_prefill_token=1e-3, per_decode_row=2e-3)
+# Fractions that binary has, so that no sum is rounded and no request comes just after a step.
+COST = CostModel(base=2**-7, per_prefill_token=2**-10, per_decode_row=2**-9)
 
 
 @pytest.fixture(scope="module")
@@ -72,31 +73,25 @@ def plans(run: Run) -> list[tuple[Any, ...]]:
 
 
 def bars(run: Run) -> list[tuple[Any, ...]]:
-    """Those that last: on a clock that has run for long, sums are rounded."""
-    lasting = [s for s in timeline(run) if s.end - s.begin > 1e-6]
-    return [(s.id, s.kind, s.slot, s.tokens, s.begin, s.end) for s in lasting]
+    return sorted((s.id, s.kind, s.slot, s.tokens, s.begin, s.end) for s in timeline(run))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("patience", [None, 0.7])
+@pytest.mark.parametrize("patience", [None, 0.75])
 def test_with_the_costs_of_the_simulator_it_is_the_simulated_run(
     model: Llama, policy: str, patience: float | None, seed: int
 ) -> None:
-    given = workload(seed, arrivals=bursts(15.0, 20, seed, size=4, within=0.05), patience=patience)
+    arrivals = bursts(15.0, 20, seed, size=4, within=0.05)
+    binary = tuple(round(at * 2**12) / 2**12 for at in arrivals)
+    given = workload(seed, arrivals=binary, patience=patience)
     engine, clock = timed(model, policy=policy)
     run = replay(engine, given, sleep=clock.advance)
     expected = simulate(given, lambda: scheduler(policy=policy), COST)
     assert plans(run) == plans(expected)
-    assert [step.at for step in run.steps] == pytest.approx([step.at for step in expected.steps])
-    for one, other in zip(run.metrics, expected.metrics, strict=True):
-        for name in ("id", "prompt", "output", "finish", "preemptions", "recomputed", "cached"):
-            assert getattr(one, name) == getattr(other, name), (one.id, name)
-        for name in ("arrival", "queue", "ttft", "tpot", "e2e"):
-            mine, theirs = getattr(one, name), getattr(other, name)
-            assert mine == (None if theirs is None else pytest.approx(theirs)), (one.id, name)
-    assert run.seconds == pytest.approx(expected.seconds)
-    assert run.tokens_per_second == pytest.approx(expected.tokens_per_second)
-    assert sorted(bar[:4] for bar in bars(run)) == sorted(bar[:4] for bar in bars(expected))
+    assert [step.at for step in run.steps] == [step.at for step in expected.steps]
+    assert run.metrics == expected.metrics
+    assert (run.begin, run.end) == (expected.begin, expected.end)
+    assert [bar[:4] for bar in bars(run)] == [bar[:4] for bar in bars(expected)]
     assert (run.num_blocks, run.slots, run.blocks) == (15, 6, ())
     check(engine.scheduler)
 
@@ -106,11 +101,9 @@ def test_bars_end_where_the_next_step_begins(model: Llama, seed: int) -> None:
     run = replay(engine, workload(seed), sleep=clock.advance)
     expected = bars(simulate(workload(seed), lambda: scheduler(policy="max_utilization"), COST))
     last = run.steps[-1]
-    found = [bar for bar in bars(run) if bar[5] <= last.at + 1e-6]
-    wanted = [bar for bar in expected if bar[5] <= last.at + 1e-6]
-    assert len(found) == len(wanted) > 30
-    for one, other in zip(sorted(found), sorted(wanted), strict=True):
-        assert one[:4] == other[:4] and one[4:] == pytest.approx(other[4:])
+    found = [bar for bar in bars(run) if bar[5] <= last.at]
+    assert found == [bar for bar in expected if bar[5] <= last.at]
+    assert len(found) > 30
 
 
 def test_outputs_have_imposed_lengths_and_the_streamed_tokens(model: Llama, seed: int) -> None:

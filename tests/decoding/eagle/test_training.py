@@ -88,7 +88,7 @@ def test_accuracies_count_the_texts_tokens(generator) -> None:
 def test_sharpness_is_the_best_of_all(generator) -> None:
     backbone, head = made("tied", generator)
     states = hidden_states(backbone, torch.randint(37, (200,), generator=generator), length=16)
-    train_eagle(head, states, steps=60, batch=4, rate=1e-2, warmup=5, unroll=2, progress=False)
+    train_eagle(head, states, steps=20, batch=4, rate=1e-2, warmup=5, unroll=2, progress=False)
     found = fitted_sharpness(head, states, steps=2)
     assert 0.5 < found < 4, "the best one lies outside of what is tried"
 
