@@ -25,7 +25,9 @@ class Observes(Oracle):
             self.rows.pop(row, None)
             return
         first, states = self.rows.get(row, (start, hidden[:0]))
-        assert first <= start <= first + len(states), "a gap, or a start before what is known"
+        if start < first:  # a prefix that was cached is read after a preemption
+            first, states = start, hidden[:0]
+        assert start <= first + len(states), "a gap"
         self.rows[row] = first, torch.cat((states[: start - first], hidden))
 
     @torch.inference_mode()
